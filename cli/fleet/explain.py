@@ -104,6 +104,8 @@ def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[
     except httpx.HTTPError as error:
         if (problem := tls_problem(error)) is not None:
             raise CommandFailed(f"{url}: {problem}") from None
+        if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            raise CommandFailed(f"{url} did not answer: {str(error) or type(error).__name__}") from None
         raise CommandFailed(f"no gateway at {url}; name one with --url, or give token ids with --tokens") from None
     except UnicodeEncodeError:  # of the text, not of the answer
         raise

@@ -90,7 +90,7 @@ def list_files(reference: HubReference) -> HubListing:
             if isinstance(error, (ValueError, KeyError, TypeError, AttributeError, RecursionError)):
                 raise CommandFailed(f"{url} did not answer with a list of files") from None
             raise
-        return _instead_of(reference, str(error) or type(error).__name__)
+        return _instead_of(reference, _reason_of(error))
 
 
 def _instead_of(reference: HubReference, problem: str) -> HubListing:
@@ -364,6 +364,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
+def _reason_of(error: BaseException) -> str:
+    """Why a connection failed, in the words of the system. The HTTP libraries put these into several exceptions of
+    their own, each with the text of the one within."""
+    innermost = error
+    while (within := innermost.__cause__ or innermost.__context__) is not None:
+        innermost = within
+    return getattr(innermost, "strerror", None) or str(innermost) or type(innermost).__name__
+
+
 def _status_of(error: BaseException) -> tuple[int | None, str]:
     """The HTTP status and the X-Error-Code of the hub's answer that caused the error; (None, "") if no answer did."""
     for each in _chain(error):
@@ -394,8 +403,7 @@ def _failure(reference: HubReference, listing: HubListing, file: HubFile, error:
     if status is not None:
         return CommandFailed(f"{url} could not be downloaded: the server answered {status}")
     if _is_of_transport(error):
-        reason = next(str(each) or type(each).__name__ for each in reversed(list(_chain(error))))
-        return CommandFailed(f"{url} could not be downloaded: {reason}; try again to resume")
+        return CommandFailed(f"{url} could not be downloaded: {_reason_of(error)}; try again to resume")
     if isinstance(error, CommandError):
         return error
     if isinstance(error, OSError) and error.errno is not None:

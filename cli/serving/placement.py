@@ -59,8 +59,8 @@ def place_workers(
         most = min(len(place.cpus) for place in places)
         if num_threads > most:
             raise CommandError(
-                f"{num_workers} workers of {num_threads} threads need more than the {len(topology.cores)} cores that "
-                f"are usable here; choose --threads from 1 to {most}, or omit the flag"
+                f"{num_workers} worker{'s' * (num_workers > 1)} of {num_threads} threads cannot run on the "
+                f"{len(topology.cores)} cores that are usable here; choose --threads from 1 to {most}, or omit the flag"
             )
         places = [WorkerPlace(place.node, place.cpus, num_threads) for place in places]
     return tuple(places) if num_ranks == 1 else _in_groups(places, num_ranks)

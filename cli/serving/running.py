@@ -33,7 +33,7 @@ from headrace.cli.serving.plan import (
 )
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.recording import Recording, records_of
-from headrace.cli.serving.supervisor import StopSignals, Supervisor
+from headrace.cli.serving.supervisor import StopSignals, SupervisedProcess, Supervisor
 from headrace.cli.serving.topology import read_topology
 from headrace.common.model_files.task import task_of
 from headrace.common.tasks import end_tasks
@@ -42,6 +42,17 @@ from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 _POLL_UNTIL_READY_S = 0.03
 _POLL_WHEN_READY_S = 0.5
 _PATIENCE_S = 15.0
+
+
+def waiting_line(waited_s: float, loading: Sequence[str], processes: Sequence[SupervisedProcess]) -> str:
+    """The message for an operator who has waited this long for the first readiness: what is still loading, or which
+    processes have ended and were started again."""
+    ended = [process.spec.name for process in processes if process.num_restarts]
+    if ended:
+        return f"not ready after {waited_s:.0f} s: {', '.join(ended)} ended and started again; the log above shows why"
+    what = ", ".join(loading) or "the gateway"
+    is_are = "are" if len(loading) > 1 else "is"
+    return f"not ready after {waited_s:.0f} s: {what} {is_are} still loading"
 
 
 @dataclass(slots=True)
@@ -173,7 +184,8 @@ class Serving:
                 is_reported = True
                 since_s = time.monotonic()
             elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
-                self.log.line("serve", f"not ready after {waited_s:.0f} s; the logs above show the reason")
+                loading = [name for name, model in self.host.models.items() if model.state is State.LOADING]
+                self.log.line("serve", waiting_line(waited_s, loading, self.supervisor.processes))
                 is_reported = True
             await asyncio.sleep(_POLL_WHEN_READY_S if ready else _POLL_UNTIL_READY_S)
 

@@ -128,6 +128,16 @@ def test_what_cannot_be_asked_is_refused_with_the_remedy(cache: Path, args: tupl
     assert said in done.output
 
 
+def test_a_gateway_that_is_there_and_does_not_answer_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silence(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    made, transport = httpx.Client, httpx.MockTransport(silence)
+    monkeypatch.setattr(httpx, "Client", lambda **options: made(transport=transport, **options))
+    done = explain("--router", "unix:/nowhere.sock", "--url", "http://gateway:8000", "hello")
+    assert (done.exit_code, done.stderr) == (1, "error: http://gateway:8000 did not answer: timed out\n")
+
+
 def test_a_text_is_tokenized_as_a_chat_by_the_gateway(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Any, str]] = []
 

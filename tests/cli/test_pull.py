@@ -433,4 +433,5 @@ def test_a_repository_that_needs_an_account_says_so_and_takes_the_token(
 def test_a_hub_that_cannot_be_reached_is_a_failure(cache: Path) -> None:
     result = run("owner/model")
     assert result.exit_code == 1
-    assert "error: the hub http://127.0.0.1:9 cannot be reached" in result.stderr
+    reason = "error: the hub http://127.0.0.1:9 cannot be reached: Connection refused; set HF_ENDPOINT to one that can"
+    assert result.stderr.splitlines()[-1] == reason

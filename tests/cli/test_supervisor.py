@@ -17,6 +17,7 @@ import pytest
 
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.plan import ProcessSpec
+from headrace.cli.serving.running import waiting_line
 from headrace.cli.serving.supervisor import ProcessState, RestartRule, StopRule, SupervisedProcess, Supervisor
 from tests.patience import patience
 
@@ -149,6 +150,14 @@ async def test_a_process_that_keeps_dying_is_started_with_growing_delays() -> No
         if line.startswith("serve | one ended with status 7")
     ]
     assert whens[:4] == ["at once", "in 0.01 s", "in 0.02 s", "in 0.02 s"]
+
+
+def test_who_waits_is_told_what_loads_or_what_ended() -> None:
+    worker = SupervisedProcess(spec("worker-0", ""))
+    assert waiting_line(15.2, ["a"], [worker]) == "not ready after 15 s: a is still loading"
+    assert waiting_line(15.2, ["a", "b"], [worker]) == "not ready after 15 s: a, b are still loading"
+    worker.num_restarts = 1
+    assert "15 s: worker-0 ended and started again; the log above shows why" in waiting_line(15.2, ["a"], [worker])
 
 
 def test_restart_delays_double_up_to_the_longest() -> None:
