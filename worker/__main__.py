@@ -196,7 +196,7 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     configure_logging(log_level, log_format)
     try:
         config = config_of(options)
-        warn_if_not_pinned()
+        warn_if_not_pinned(config.tensor_parallel)
         cpus = usable_cpus()
         # Threads inherit the affinity and the memory policy, so these are set before any other thread exists.
         config = placed(config)

@@ -24,9 +24,11 @@ _REMEDY = (
 )
 
 
-def why_not_pinned(cpus: Collection[int], root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why a process with this affinity mask shares its CPUs or has them on several nodes. None if it does not, or if it
-    is in no container."""
+def why_not_pinned(
+    cpus: Collection[int], root: Path = ROOT, environment: Mapping[str, str] = os.environ, *, num_ranks: int = 1
+) -> str | None:
+    """Why a process with this affinity mask shares its CPUs or has them on several nodes, where a model that is divided
+    among ranks may have them. None if it does not, or if it is in no container."""
     quota = cpu_quota(root)
     in_pod = "KUBERNETES_SERVICE_HOST" in environment
     if quota is None and not in_pod:
@@ -35,7 +37,7 @@ def why_not_pinned(cpus: Collection[int], root: Path = ROOT, environment: Mappin
         return f"its pod has no CPU limit, and all {len(cpus)} CPUs of the machine, which other pods use too"
     if quota is not None and quota < len(cpus):
         return f"it has a quota of {quota:g} CPUs on {len(cpus)} CPUs ({format_list(cpus)}), which others use too"
-    if len(memory_nodes(root)) > 1 and memory_node_of(frozenset(cpus), root) is None:
+    if num_ranks == 1 and len(memory_nodes(root)) > 1 and memory_node_of(frozenset(cpus), root) is None:
         return f"its CPUs ({format_list(cpus)}) are on several NUMA nodes"
     shared = {cpu for cpu in cpus if not _siblings(cpu, root) <= set(cpus)}
     if shared:
@@ -43,9 +45,9 @@ def why_not_pinned(cpus: Collection[int], root: Path = ROOT, environment: Mappin
     return None
 
 
-def warn_if_not_pinned(root: Path = ROOT) -> None:
-    """Log one warning if the process does not have its CPUs for itself."""
-    why = why_not_pinned(usable_cpus(), root)
+def warn_if_not_pinned(num_ranks: int, root: Path = ROOT) -> None:
+    """Log one warning if the process does not have its CPUs for itself. Its model is divided among `num_ranks`."""
+    why = why_not_pinned(usable_cpus(), root, num_ranks=num_ranks)
     if why is not None:
         log.warning("this worker is not pinned, so it is slower and its times vary: %s; %s", why, _REMEDY)
 

@@ -58,11 +58,17 @@ def test_outside_of_containers_nothing_is_said(tmp_path: Path) -> None:
     assert why_not_pinned([0, 4], machine(tmp_path, quota="100000 100000"), {}) is not None
 
 
+def test_a_divided_model_may_have_cpus_of_several_nodes(tmp_path: Path) -> None:
+    root = machine(tmp_path, quota="400000 100000")
+    assert why_not_pinned([0, 4, 8, 12], root, POD, num_ranks=2) is None
+    assert "share their cores" in (why_not_pinned([0, 1, 4, 5], root, POD, num_ranks=2) or "")
+
+
 def test_the_warning_has_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pinning, "usable_cpus", lambda: frozenset(range(16)))
-    warn_if_not_pinned(machine(tmp_path, quota="400000 100000"))
+    warn_if_not_pinned(1, machine(tmp_path, quota="400000 100000"))
     (record,) = caplog.records
     assert "not pinned" in record.getMessage()
     assert "deploy/kubernetes/kubelet.yaml" in record.getMessage()
