@@ -110,7 +110,8 @@ def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = Fal
         )
         return node
     try:
-        _move_allocated()
+        if _has_allocated_elsewhere(node, root):
+            _move_allocated()
     except OSError as error:
         log.warning("what was allocated first may be on another node than %d: %s", node, error.strerror)
     return node
@@ -170,6 +171,12 @@ def _call(numbers: Mapping[str, int], *arguments: Any) -> None:
 def _policy_in_force(root: Path) -> str:
     """The main thread's memory policy, as mappings without a policy of their own show it."""
     return next((line.split()[1] for line in _lines(root / "proc/self/numa_maps")), "default")
+
+
+def _has_allocated_elsewhere(node: int, root: Path) -> bool:
+    """Whether this process has anonymous pages on another node."""
+    of_nodes = (re.findall(r" N(\d+)=", line) for line in _lines(root / "proc/self/numa_maps") if " anon=" in line)
+    return any(int(number) != node for numbers in of_nodes for number in numbers)
 
 
 def _nearest(node: int, place: Path, with_memory: tuple[int, ...]) -> int:
