@@ -34,6 +34,15 @@ _READY_POLL_S = 0.5
 _Answer = TypeVar("_Answer")
 
 
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
 class BenchmarkError(Exception):
     """The server cannot be benchmarked. The message says why."""
 
@@ -84,6 +93,18 @@ class Benchmark:
             return await plan.workload.draw(self._writer, num_prompts, plan.seed)
         except ExchangeError as error:
             raise BenchmarkError(str(error)) from None
+
+    async def most_tokens(self) -> int | None:
+        """The most tokens of a prompt and its answer, if the server's list of models tells, as those of headrace and
+        vLLM do."""
+        if self._api.models_path != "/v1/models":
+            return None
+        try:
+            _, raw = await self._client.call("GET", self._api.models_path)
+            cards = msgspec.json.decode(raw, type=_Cards).data
+        except (ExchangeError, msgspec.DecodeError):
+            return None
+        return next((card.max_model_len for card in cards if card.id == self._options.model), None)
 
     async def warm_up(self, plan: Plan, conversations: Sequence[Conversation]) -> None:
         """Wait until the server answers, and send what is to go before. Raises BenchmarkError."""

@@ -47,7 +47,12 @@ class _Command(click.Command):
     "--workers", type=click.IntRange(1, 256), help="Number of workers of this host.  [default: one for each NUMA node]"
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@click.option("--seconds", type=FiniteRange(5), default=270.0, help="Seconds to measure, once the server is ready.")
+@click.option(
+    "--seconds",
+    type=FiniteRange(5),
+    default=270.0,
+    help="Seconds to measure, once the server is ready. A slow host takes longer.",
+)
 @click.option(
     "--output",
     "-o",

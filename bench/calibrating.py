@@ -335,10 +335,12 @@ async def _cells(
                 tell(f"{num_run} of up to {len(cells)} kinds of load, round {num_rounds + 1}")
         num_rounds += 1
         num_cells += num_run
-        tell(f"round {num_rounds}: {num_run} kinds of load")
         if not num_run:
             break
-    for number in range(num_cells, _LEAST_CELLS):  # a slow host needs longer
+        tell(f"round {num_rounds}: {num_run} kind{'s' * (num_run > 1)} of load")
+    if num_cells < _LEAST_CELLS:
+        tell(f"the host is slow: {_LEAST_CELLS - num_cells} more small loads, without which there are too few steps")
+    for number in range(num_cells, _LEAST_CELLS):
         records = await loader.run(small[number % len(small)], fleet.num_workers)
         alone += records if len(records) == 1 else []
     return alone, statistics.median(rates)

@@ -53,6 +53,11 @@ class Conversation:
     system_tokens: int = 0
     at_s: float | None = None
 
+    @property
+    def total_tokens(self) -> int:
+        """Of its last prompt and answer, if answers are as long as asked for."""
+        return self.system_tokens + sum(turn.prompt_tokens + turn.output_tokens for turn in self.turns)
+
 
 class DatasetError(ValueError):
     """A dataset that cannot be used; the message says what to change."""

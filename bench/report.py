@@ -10,6 +10,8 @@ from headrace.bench.saved import SavedRun
 
 _MAX_TIMELINES = 8
 _MAX_SPANS = 400
+# A longer name of a run does not fit above a column of figures.
+_LONGEST_HEAD = 20
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1c1c1c; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -124,14 +126,21 @@ def _figures(runs: Sequence[SavedRun]) -> list[tuple[str, list[str]]]:
 
 
 def text_table(runs: Sequence[SavedRun]) -> str:
-    """The figures of runs side by side, as lines."""
-    rows = [("", [run.name for run in runs]), *_figures(runs)]
+    """The figures of runs side by side, as lines. Runs with long names are numbered, so that the
+    table fits a terminal."""
+    names = [run.name for run in runs]
+    above: list[str] = []
+    if max(map(len, names)) > _LONGEST_HEAD:
+        above = [f"{number}: {name}" for number, name in enumerate(names, 1)]
+        names = [str(number) for number in range(1, len(names) + 1)]
+    rows = [("", names), *_figures(runs)]
     first = max(len(title) for title, _ in rows)
     widths = [max(len(cells[number]) for _, cells in rows) for number in range(len(runs))]
-    return "\n".join(
+    lines = [
         " | ".join((title.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))))
         for title, cells in rows
-    )
+    ]
+    return "\n".join([*above, *lines])
 
 
 def _row(title: str, cells: Sequence[str]) -> str:

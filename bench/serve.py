@@ -22,6 +22,7 @@ from headrace.bench.results import Result
 from headrace.bench.sender import HttpSender
 from headrace.bench.sweep import sweep, table
 from headrace.bench.telling import Outputs
+from headrace.bench.workload import Workload
 from headrace.common.commands import CommandError, CommandFailed, duration
 from headrace.common.flags import given_in
 
@@ -159,7 +160,9 @@ def _times_text(plan: Plan, conversations: Sequence[Conversation], many: bool) -
     if math.isfinite(rate):
         what = "conversations" if many else "requests"
         return f"{rate:g} {what} a second, during {duration(len(conversations) / rate)}{limit}"
-    return f"all at once{limit}"
+    if plan.max_concurrency is not None:
+        return f"{plan.max_concurrency} at a time"
+    return "all at once"
 
 
 async def _once(bench: Benchmark, plan: Plan, outputs: Outputs, server: str) -> int:
@@ -168,13 +171,30 @@ async def _once(bench: Benchmark, plan: Plan, outputs: Outputs, server: str) -> 
         click.echo(drawn.note, err=True)
     if plan.shows_progress:
         click.echo(f"{server}: {load_text(plan, drawn.conversations)}", err=True)
+    await _warn_of_long(bench, plan.workload, drawn.conversations)
     await bench.warm_up(plan, drawn.conversations)
-    result = await bench.run(plan, drawn.conversations, plan.arrivals, "requests")
+    result = await bench.run(plan, drawn.conversations, plan.arrivals, "load")
     return outputs.tell([result])
+
+
+async def _warn_of_long(bench: Benchmark, workload: Workload, conversations: Sequence[Conversation]) -> None:
+    """Say before the load if requests will be refused for their length."""
+    most = await bench.most_tokens()
+    if most is None:
+        return
+    if many := sum(conversation.total_tokens > most for conversation in conversations):
+        remedy = f"--max-total-len {most} avoids them" if workload.obeys_most_tokens else "give shorter lengths"
+        what = "conversations" if workload.name == "multi_turn" else "requests"
+        click.echo(
+            f"{many} of {len(conversations)} {what} have more tokens, with their answers, than the {most} that the "
+            f"model takes, and will be refused: {remedy}",
+            err=True,
+        )
 
 
 async def _swept(bench: Benchmark, plan: Plan, outputs: Outputs, seconds: float, refinements: int) -> int:
     probes = await bench.draw(plan, _SWEEP_PROBES)
+    await _warn_of_long(bench, plan.workload, probes.conversations)
     await bench.warm_up(plan, probes.conversations)
     alone = dataclasses.replace(plan, max_concurrency=1, num_users=None)
     first = await bench.run(alone, probes.conversations, Arrivals(), "one after the other")

@@ -63,7 +63,7 @@ async def sweep(first_rate: float, refinements: int, run: Callable[[float], Awai
         found.steps.append(Step(rate, result, not reason, reason))
         return not reason
 
-    low, high, rate = 0.0, math.inf, first_rate
+    low, high, rate = 0.0, math.inf, _rounded(first_rate)
     while len(found.steps) < _MAX_RATES:
         is_held = await held(rate)
         if is_held is None:
@@ -83,8 +83,13 @@ async def sweep(first_rate: float, refinements: int, run: Callable[[float], Awai
         if not refinements:
             break
         refinements -= 1
-        rate = math.sqrt(low * high)
+        rate = _rounded(math.sqrt(low * high))
     return found
+
+
+def _rounded(rate: float) -> float:
+    """A rate that people can read, and that a file can have in its name."""
+    return float(f"{rate:.3g}")
 
 
 def why_not_held(result: Result, rate: float) -> str:

@@ -57,6 +57,11 @@ class Workload:
     category: str | None = None
     """Of Spec-Bench's questions; None: all."""
 
+    @property
+    def obeys_most_tokens(self) -> bool:
+        """Whether longer requests are left out. Other datasets have the lengths that were given, or those of a file."""
+        return self.name in ("timed_trace", "multi_turn")
+
     async def draw(self, writer: Writer, count: int, seed: int) -> Drawn:
         """Conversations with `count` requests in all, or fewer if a file has fewer and they are not repeated; the same
         for the same seed. Raises DatasetError."""

@@ -277,7 +277,7 @@ class Environment:
                 return ""
         if not self.packages or not self.installs:
             raise MissingError(f"{self.name} is not installed; {self.remedy}")
-        return f"to be installed into {self.directory}: {' '.join(self.packages)}"
+        return f"to be installed into {self.directory}, from the packages {' and '.join(self.packages)}"
 
     def prepare(self) -> None:
         """Find the environment or make it. Raises MissingError."""

@@ -122,7 +122,7 @@ class _Answer(asyncio.Protocol):
 
     def _request(self, method: str, path: str, raw: bytes) -> None:
         if path == "/v1/models":
-            self._whole(200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
+            self._whole(200, {"object": "list", "data": [{"id": "scripted"}, {"id": "short", "max_model_len": 512}]})
             return
         if path == "/profiled":
             self._whole(200, {"data": [{"id": name} for name in _PROFILED]})

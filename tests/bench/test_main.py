@@ -23,6 +23,8 @@ from headrace.bench.connection import Client
 from headrace.bench.options.dataset import without_effect
 from headrace.bench.options.parsing import spelled_out
 from headrace.bench.options.values import Objective
+from headrace.bench.report import text_table
+from headrace.bench.saved import of
 from headrace.bench.serve import load_text, plan_of, serve
 from headrace.bench.target import target_of
 from headrace.bench.texts import Writer
@@ -341,6 +343,7 @@ def test_a_limit_without_a_unit_is_in_milliseconds(said: str, limit_ms: float) -
         ),
         (("--request-rate", "6", "--max-concurrency", "3"), "6 requests a second, during 2 s, at most 3 at a time"),
         ((), "on average, all at once"),
+        (("--max-concurrency", "3"), "on average, 3 at a time"),
         (
             ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "20", "--ramp-up-end-rps", "40"),
             "from 20 to 40 a sec",
@@ -387,6 +390,28 @@ def test_a_flag_that_the_dataset_does_not_read_is_told(url: str) -> None:
     ]
 
 
+def test_requests_that_the_model_will_refuse_for_their_length_are_told_before_the_load(
+    url: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lengths = ((300, 4), (509, 4), (900, 4))
+    trace.write_text("\n".join(json.dumps({"timestamp": 0, "input_length": i, "output_length": o}) for i, o in lengths))
+    of_trace = ("--dataset-name", "timed_trace", "--dataset-path", str(trace))
+
+    def told(*args: str) -> list[str]:
+        result = bench(url, "--num-prompts", "3", "--disable-tqdm", *args)
+        assert result.exit_code == 0, result.output
+        return [line for line in result.stderr.splitlines() if "refused" in line]
+
+    sentence = "have more tokens, with their answers, than the 512 that the model takes, and will be refused: "
+    assert told("--model", "short", *of_trace) == [f"2 of 3 requests {sentence}--max-total-len 512 avoids them"]
+    assert told("--model", "short", *of_trace, "--max-total-len", "512") == []
+    assert told("--model", "short", "--input-len", "600", "--output-len", "4") == [
+        f"3 of 3 requests {sentence}give shorter lengths"
+    ]
+    assert told("--model", "unlisted", *of_trace) == []
+
+
 def test_several_values_may_follow_one_flag() -> None:
     args = ["--goodput", "ttft:5", "tpot:6ms", "--metadata", "a=1", "b=http://x", "http://s", "--max_concurrency", "3"]
     assert spelled_out(args) == [
@@ -427,6 +452,14 @@ def test_several_runs_are_one_report(url: str, tmp_path: Path) -> None:
     ):
         assert title in page
     assert "Timeline of theirs" not in page
+
+
+def test_runs_with_long_names_are_numbered() -> None:
+    runs = [of(name, {"duration": 1.0, "completed": 2}) for name in ("short", "a name that is longer than a column")]
+    told = text_table(runs).splitlines()
+    assert told[:2] == ["1: short", "2: a name that is longer than a column"]
+    assert [cell.strip() for cell in told[2].split("|")] == ["", "1", "2"]
+    assert max(map(len, told)) < 80
 
 
 def test_a_wrong_run_is_told_in_a_report_of_several(url: str, tmp_path: Path) -> None:
