@@ -231,7 +231,7 @@ def described(calibration: Calibration) -> str:
     host, model, layout, steps = calibration.host, calibration.model, calibration.layout, calibration.steps
     memory = f", {host.memory_bytes / (1 << 30):.0f} GiB" if host.memory_bytes else ""
     cores = f", {host.cores} cores on {host.nodes} node{'s' if host.nodes > 1 else ''}{memory}" if host.cores else ""
-    threads = f" of {layout.threads} threads" if layout.threads else ""
+    threads = f" of {layout.threads} thread{'s' * (layout.threads > 1)}" if layout.threads else ""
     lines = [
         f"host      {host.cpu}{cores}",
         f"model     {model.name}, {model.kv_token_bytes:,.0f} bytes of KV cache a token ({model.kv_precision})",

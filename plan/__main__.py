@@ -228,8 +228,8 @@ _SECTIONS = {
 @click.option(
     "--requests",
     type=click.IntRange(20),
-    help="Number of requests in each simulation; with few of them, chance decides.  [default: those of two minutes, "
-    "240 to 600]",
+    help="Number of requests in each simulation; with few of them, chance decides. Of a trace, the first ones.  "
+    "[default: those of two minutes, 240 to 600; all of a trace]",
 )
 @click.option(
     "--seeds",
@@ -338,7 +338,7 @@ def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, None]:
     kinds = kinds_of(paths, flags["costs"], flags["model"])
     most = min(kind.calibration.model.max_context_tokens for kind in kinds)
     if flags["trace"] is not None:
-        return kinds, _of_trace(flags["trace"]), None
+        return kinds, _of_trace(flags["trace"], most, flags["requests"]), None
     requests = requests_of(flags, most)
     users, every_s, think_s = flags["users"], flags["every"], flags["think_time"]
     if users is None:
@@ -349,16 +349,24 @@ def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, None]:
     return kinds, Load(requests, users=float(users), think_s=think_s), None
 
 
-def _of_trace(path: Path) -> Load:
+def _of_trace(path: Path, most: int, count: int | None) -> Load:
+    """The first `count` requests of a trace, of those that have at most `most` tokens. Raises CommandError."""
     from headrace.sim import trace
 
     try:
         jobs = trace.read(path)
     except (OSError, ValueError) as error:
         raise CommandError(f"cannot read --trace: {error}") from None
-    if len(jobs) < 2:
-        raise CommandError(f"{path} has fewer than two requests")
-    return Load(trace=tuple(jobs), name=f"{len(jobs)} requests of {path.name}")
+    taken = [job for job in jobs if job.num_prompt_tokens + job.num_output_tokens <= most]
+    num_refused = len(jobs) - len(taken)
+    if len(taken) < 2:
+        many = f": {num_refused} have more than the {most:,} tokens that the model takes" if num_refused else ""
+        raise CommandError(f"{path} has fewer than two requests{many}")
+    kept = taken[:count]
+    name = f"{'the first ' if len(kept) < len(taken) else ''}{len(kept)} requests of {path.name}"
+    if num_refused:
+        name += f", without {num_refused} of more than the {most:,} tokens that the model takes"
+    return Load(trace=tuple(replace(job, number=number) for number, job in enumerate(kept)), name=name)
 
 
 def kinds_of(paths: Sequence[Path], costs: Sequence[str], model: str | None) -> list[Kind]:

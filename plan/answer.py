@@ -129,7 +129,7 @@ def _plan(answer: Answer) -> str:
     layout = answer.fleet.kind.calibration.layout
     hosts, workers = answer.hosts, answer.hosts * layout.workers
     told = f"{hosts} host{'s' * (hosts > 1)} with {workers} worker{'s' * (workers > 1)}"
-    told += f" of {layout.threads} threads" if layout.threads else ""
+    told += f" of {layout.threads} thread{'s' * (layout.threads > 1)}" if layout.threads else ""
     if answer.spare:
         need = answer.trial.fleet.hosts
         told += f": {need} carr{'y' if need > 1 else 'ies'} the load, and {answer.spare} may fail"

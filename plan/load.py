@@ -106,7 +106,7 @@ class Load:
             per_s=None if self.per_s is None else factor * self.per_s,
             users=None if self.users is None else max(1.0, factor * self.users),
             trace=tuple(replace(job, arrival_s=job.arrival_s / factor) for job in self.trace),
-            name="",
+            name=f"{self.name}, {factor:g} times as fast" if self.trace else "",
         )
 
     @property

@@ -46,6 +46,29 @@ def test_a_plan_says_what_to_start_what_breaks_first_and_draws_it(small: Path, t
     assert "http" not in drawn.replace("http://HOST", "")
 
 
+def test_of_a_trace_the_first_requests_are_planned_for_that_the_model_takes(small: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lengths = [9000, *[64] * 25, 9000]
+    trace.write_text(
+        "\n".join(
+            json.dumps(
+                {"timestamp": 500 * n, "input_length": length, "output_length": 4, "hash_ids": [n] * -(-length // 512)}
+            )
+            for n, length in enumerate(lengths)
+        )
+    )
+    result = run("--calibration", small, "--trace", trace, "--requests", 20, "--seeds", 1, "--load", "2x")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == (
+        "load      the first 20 requests of trace.jsonl, without 2 of more than the 8,192 tokens that the model takes, "
+        "2 times as fast"
+    )
+    trace.write_text("\n".join(line for line in trace.read_text().splitlines() if "9000" in line))
+    result = run("--calibration", small, "--trace", trace)
+    assert result.exit_code == 2
+    assert "fewer than two requests: 2 have more than the 8,192 tokens that the model takes" in result.stderr
+
+
 def test_json_has_the_plan_the_limit_and_the_commands(small: Path) -> None:
     result = run("--calibration", small, "--rate", 4, *QUICK, "--json")
     (answer,) = json.loads(result.stdout)
