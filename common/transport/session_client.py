@@ -189,7 +189,7 @@ class ClientSession:
         """Open a call."""
         self._num_begun += 1
         call_id = self._num_begun
-        begin = BeginCall(call_id=call_id, request=wire.own)
+        begin = BeginCall(call_id=call_id)
         for key, value in metadata:
             assert isinstance(value, str), f"the metadata {key} of a call is no text"
             begin.metadata[key] = value
@@ -199,7 +199,7 @@ class ClientSession:
             self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
             self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
         call = self._calls[call_id] = ClientCall(self, call_id, wire, timeout, metadata)
-        self._turns.put((begin, wire.shared), len(wire.own), wire.shared)
+        self._turns.put((begin, wire), len(wire.own), wire.shared)
         return call
 
     @property
@@ -461,9 +461,10 @@ def _message(items: Sequence[Any]) -> SessionRequest:
         if isinstance(item, int):
             message.cancelled_call_ids.append(item)
             continue
-        begin, shared = item
-        begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
+        begin, wire = item
+        begin.shared.extend(positions.setdefault(part, len(positions)) for part in wire.shared)
         message.begins.append(begin)
+        message.begins[-1].request = wire.own  # not before: appending encodes and decodes a message
     message.shared.extend(part.raw for part in positions)
     return message
 
