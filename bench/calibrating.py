@@ -486,7 +486,7 @@ def learned_of(fleet: Fleet) -> Calibration:
             "its workers have not learned what their steps cost; send some requests first, for example 50 of usual "
             "lengths with `headrace bench URL --num-prompts 50 --max-concurrency 4`"
         )
-    host = Host(f"hosts of {fleet.model.name}", 0, 0, 0, 0)
+    host = Host("unknown CPUs", 0, 0, 0, 0)
     layout = Layout(
         workers=max(1, round(fleet.num_workers / fleet.num_hosts)),
         threads=0,

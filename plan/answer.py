@@ -230,6 +230,8 @@ def _remedy(answer: Answer) -> str:
         return "more requests in each simulation (--requests) tell whether this is chance"
     if objectives.tpot is not None and missed.busy < 0.5:
         return "faster hosts or a smaller model help, more hosts do not"
+    if answer.is_judged:
+        return "no number up to --max-hosts is enough either; looser limits or shorter prompts help"
     return "more hosts (--max-hosts), looser limits or shorter prompts help"
 
 
@@ -241,7 +243,7 @@ def _host(name: str, calibration: Calibration) -> str:
     error = f"step times within {max(steps.decode.median_error, steps.prompts.median_error):.0%} (median)"
     return (
         f"{name}: {host.cpu}{cores}, {layout.workers} worker{'s' * (layout.workers > 1)}; "
-        f"{calibration.model.name}, {error if known else 'as its workers have learned'}"
+        f"{calibration.model.name}, {error if known else 'step times as its workers have learned'}"
     )
 
 

@@ -113,6 +113,8 @@ def test_a_given_number_of_hosts_is_enough_or_not(small: Path) -> None:
     (answer,) = json.loads(run(*load, "--hosts", 1, "--load", "20x", "--json").stdout)
     assert answer["hosts"] == 0
     assert answer["hosts_needed"] > 1
+    hopeless = run(*load, "--hosts", 1, "--load", "20x", "--max-hosts", 1)
+    assert "no number up to --max-hosts is enough either; looser limits" in hopeless.stdout
 
 
 def test_without_a_plan_the_status_is_1_and_it_says_why(small: Path) -> None:
