@@ -6,6 +6,11 @@ a crash.
 
 from __future__ import annotations
 
+from headrace.common import startup
+
+if __name__ == "__main__":
+    startup.before_imports()
+
 import asyncio
 import contextlib
 import logging
@@ -419,4 +424,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    startup.after_imports()
     main()

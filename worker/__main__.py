@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from headrace.common import startup
+
+if __name__ == "__main__":
+    startup.before_imports()
+
 import os
 import socket
 import sys
@@ -380,4 +385,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    startup.after_imports()
     main()
