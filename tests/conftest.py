@@ -14,7 +14,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import last_words, long_tests, memory
+from tests import collecting, last_words, long_tests, memory
 from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     and let tests find the programs that were fetched for them."""
     os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
     session_slowness()
+    collecting.pytest_configure(config)
     last_words.pytest_configure(config)
     long_tests.pytest_configure(config)
     config.pluginmanager.register(memory)
