@@ -13,6 +13,7 @@ try:
     import click
     from click.shell_completion import CompletionItem
 
+    from headrace.common import startup
     from headrace.common.commands import told
 except KeyboardInterrupt:  # from here on, click catches it
     sys.exit(130)
@@ -114,6 +115,7 @@ class _LazyGroup(click.Group):
             return None
         module, _, attribute = found.target.partition(":")
         command = getattr(importlib.import_module(f"headrace.cli.{module}"), attribute)
+        startup.after_imports()
         assert isinstance(command, click.Command)
         return command
 
@@ -149,4 +151,5 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console command; ends the process with the command's exit status."""
+    startup.before_imports()
     cli.main(args=None if argv is None else list(argv), prog_name="headrace", auto_envvar_prefix="HEADRACE")

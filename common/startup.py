@@ -4,8 +4,8 @@ While modules are imported, Python would search what has been imported so far fo
 it once more when the process ends: a third of the CPU time of a start and an orderly end. What is imported lives as
 long as the process, so that no later search need look at it either.
 
-The main module of a process calls these only if it is the main program: the objects of a process that imports it are
-not ours to keep.
+A module calls `before_imports` only as the main program: the objects of a process that imports it are not ours to
+keep.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def before_imports() -> None:
 
 
 def after_imports() -> None:
-    """Leave what there is by now out of all searches, and search from now on."""
-    gc.freeze()
-    gc.enable()
+    """Leave what there is by now out of all searches, and search from now on. Without `before_imports`, do nothing."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
