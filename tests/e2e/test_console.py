@@ -613,6 +613,10 @@ def test_it_fits_a_phone(page: Browser) -> None:
         )
         assert page.run(f"{outside}.map((one) => one.outerHTML)") == []
         assert page.run("return document.documentElement.scrollWidth") <= 320
+        views = ("scroll", "fleet")  # which scroll on their own
+        assert [page.run("return document.getElementById(arguments[0]).scrollWidth", one) <= 320 for one in views] == [
+            True
+        ] * 2
     page.click("#menu")
     page.until("return getComputedStyle(document.getElementById('sidebar')).visibility === 'visible'")
     assert page.run("return document.getElementById('menu').getAttribute('aria-expanded')") == "true"

@@ -402,6 +402,8 @@ def test_all_fits_320_pixels(page: Browser) -> None:
     give_files(page, "drop", ("a-file-with-a-name-that-is-long.txt", "text/plain", b"x"))
     page.until("return document.querySelectorAll('.attached li').length === 1")
     assert page.run("return document.documentElement.scrollWidth") <= 320
+    rows = "const range = new Range(); range.selectNodeContents(document.querySelector('.prose th'));"
+    assert page.run(f"{rows} return range.getClientRects().length") == 1, "a table scrolls, and its words stay whole"
     page.click("#settings-toggle")
     page.run("document.querySelector('.more').open = true")
     assert page.run("return document.documentElement.scrollWidth") <= 320
