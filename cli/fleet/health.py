@@ -28,10 +28,16 @@ def health(target: str, service: str, tls_dir: Path | None, join_token_file: Pat
     """Exit with 0 if TARGET serves: a gateway as http(s)://HOST:PORT, a router or worker as HOST:PORT or unix:/path."""
     if target.startswith(("http://", "https://")):
         scheme, host, port = _parts_of(target)
-        serves = asyncio.run(http_status(host, port, "/health/ready", _TIMEOUT_S, scheme=scheme)) == 200
+        status = asyncio.run(http_status(host, port, "/health/ready", _TIMEOUT_S, scheme=scheme))
+        serves = None if status is None else status == 200
+        remedy = "is it https?" if scheme == "http" else "is it http?"
     else:
         serves = _grpc_serves(target, service, transport_of(tls_dir, join_token_file))
-    click.echo("serving" if serves else "not serving")
+        remedy = "" if tls_dir else "a fleet with TLS wants --tls-dir"
+    if serves is None:
+        click.echo(f"not serving: no answer from {target}" + (f"; {remedy}" if remedy else ""))
+    else:
+        click.echo("serving" if serves else "not serving")
     sys.exit(0 if serves else EXIT_FAILED)
 
 
@@ -46,7 +52,8 @@ def _parts_of(url: str) -> tuple[str, str, int]:
     raise click.UsageError(f"{url} is no address; write http://HOST:PORT")
 
 
-def _grpc_serves(target: str, service: str, transport: Transport) -> bool:
+def _grpc_serves(target: str, service: str, transport: Transport) -> bool | None:
+    """Whether the process says that it serves; None if it does not answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -54,6 +61,7 @@ def _grpc_serves(target: str, service: str, transport: Transport) -> bool:
         try:
             check: Any = health_pb2_grpc.HealthStub(channel)
             answer = check.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            return None if error.code() in silent else False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -33,9 +33,18 @@ def test_the_status_of_a_grpc_service_is_the_exit_status(server: str, service: s
     assert (result.exit_code, result.output) == (status, "serving\n" if status == 0 else "not serving\n")
 
 
-@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1", "unix:/nowhere.sock"])
-def test_nobody_there_does_not_serve(target: str) -> None:
-    assert CliRunner().invoke(health, [target]).exit_code == 1
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        ("127.0.0.1:1", "a fleet with TLS wants --tls-dir"),
+        ("http://127.0.0.1:1", "is it https?"),
+        ("https://127.0.0.1:1", "is it http?"),
+        ("unix:/nowhere.sock", "a fleet with TLS wants --tls-dir"),
+    ],
+)
+def test_nobody_there_does_not_serve_and_is_told_from_who_says_no(target: str, remedy: str) -> None:
+    result = CliRunner().invoke(health, [target])
+    assert (result.exit_code, result.output) == (1, f"not serving: no answer from {target}; {remedy}\n")
 
 
 @pytest.mark.parametrize("target", ["http://", "http://[::1", "http://host:port", "http://host:99999"])
