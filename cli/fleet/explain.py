@@ -24,7 +24,7 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import cache_scope, scoped_salt
-from headrace.protos.status import error_of
+from headrace.protos.status import error_of, is_peer_lost
 
 _TIMEOUT_S = 10.0
 # How much of two prompts is shown around their first difference.
@@ -156,6 +156,9 @@ def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = 
                 request, timeout=_TIMEOUT_S
             )
         except grpc.RpcError as error:
+            if is_peer_lost(error):
+                look = "check the address, and give --tls-dir if the fleet has TLS"
+                raise CommandFailed(f"no router answers at {router}; {look}") from None
             status = error_of(error)
             raise CommandFailed(f"the router at {router} does not explain this: {status.message}") from None
     return explained

@@ -119,6 +119,7 @@ def test_what_the_router_refuses_is_told(router: FakeRouter) -> None:
         (("hello", "--tokens", "1"), "either TEXT"),
         (("--tokens", "1"), "--router ADDR"),
         (("--router", "unix:/nowhere.sock", "--tokens", "one"), "token ids such as 1,2,3"),
+        (("--router", "127.0.0.1:1", "--tokens", "1"), "no router answers at 127.0.0.1:1; check the address, and give"),
         (("--router", "unix:/nowhere.sock", "--url", "http://127.0.0.1:9", "hello"), "no gateway at"),
     ],
 )
