@@ -59,7 +59,7 @@ def place_workers(
         most = min(len(place.cpus) for place in places)
         if num_threads > most:
             raise CommandError(
-                f"{num_workers} worker{'s' * (num_workers > 1)} of {num_threads} threads need more than the "
+                f"{num_workers} worker{'s' * (num_workers > 1)} of {num_threads} threads cannot run on the "
                 f"{len(topology.cores)} cores that are usable here; choose --threads from 1 to {most}, or omit the flag"
             )
         places = [WorkerPlace(place.node, place.cpus, num_threads) for place in places]
