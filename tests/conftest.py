@@ -6,6 +6,7 @@ Also that no example of a property is timed, and fixtures of several folders.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,9 @@ _OF_EXPORTS = "tests/architectures/"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine before other processes of the session are made, watch how they end, give memory back,
-    and let tests find the programs that were fetched for them."""
+    let tests find the programs that were fetched for them, and let what tests start be interrupted."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background, and inherited by processes
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
     session_slowness()
     collecting.pytest_configure(config)

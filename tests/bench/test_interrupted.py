@@ -55,7 +55,7 @@ def test_ctrl_c_tells_and_saves_what_was_finished(tmp_path: Path) -> None:
         )
         assert process.stderr is not None
         for line in process.stderr:  # until the progress says that some are answered
-            if re.search(r"requests: [1-9]\d* of 400 requests, .* tok/s, TTFT \d+ ms, ITL", line):
+            if re.search(r"load: [1-9]\d* of 400 requests, .* tok/s, TTFT \d+ ms, ITL", line):
                 break
         process.send_signal(signal.SIGINT)
         told, warned = process.communicate(timeout=120)
