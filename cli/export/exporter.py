@@ -362,16 +362,38 @@ def _first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:_REASON_CHARACTERS].rstrip(".")
 
 
-def _missing_packages() -> list[str]:
+def missing_packages() -> list[str]:
+    """Import the packages, and return those that are not there. Raises ExportError if one is there and does not work,
+    as when its parts are of different builds."""
     # Without this stub every import is reported over the network.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    _hide_what_does_not_work("torchvision")
     missing = []
     for name in _PACKAGES:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            missing.append(error.name or name)
+        except Exception as error:
+            first = _first_of(error)
+            if not isinstance(first, ModuleNotFoundError):
+                raise ExportError(f"{sys.executable} cannot import {name}: {_first_line(first)}") from error
+            missing.append(first.name or name)
     return missing
+
+
+def _hide_what_does_not_work(name: str) -> None:
+    """Let transformers find a package missing, which no export needs, rather than fail with it. So does torchvision if
+    it was built for another torch: that of GPUs, which comes with optimum-intel, beside the torch for CPUs."""
+    try:
+        importlib.import_module(name)
+    except Exception:
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The error that this one came of."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _run(arguments: list[str]) -> None:
@@ -396,11 +418,11 @@ def _run(arguments: list[str]) -> None:
 
 def main() -> None:
     """Entry point."""
-    missing = _missing_packages()
-    if missing:
-        print(f"error: it lacks {', '.join(dict.fromkeys(missing))}", file=sys.stderr)
-        sys.exit(3)
     try:
+        missing = missing_packages()
+        if missing:
+            print(f"error: it lacks {', '.join(dict.fromkeys(missing))}", file=sys.stderr)
+            sys.exit(3)
         _run(sys.argv[1:])
     except ExportError as error:
         print(f"error: {error}", file=sys.stderr)

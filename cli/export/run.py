@@ -152,7 +152,7 @@ def _failure(name: str, status: int, python: str, log: str) -> CommandError:
         return CommandError(
             f"{name} has its weights as safetensors, and exporting them needs packages that {python} does not have "
             f"({reason.removeprefix('it lacks ')}); install them with: pip install 'headrace[export]' "
-            "(PyTorch for CPUs alone is much smaller: install it first, as its site tells; or set "
+            "(torch and torchvision for CPUs are much smaller: install them first, as their site tells; or set "
             "HEADRACE_EXPORT_PYTHON to a Python with them), or take an OpenVINO or GGUF version of the model"
         )
     if reason:

@@ -3,10 +3,11 @@ process is followed. tests/e2e/test_by_name.py exports one."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
@@ -117,6 +118,45 @@ def test_without_the_packages_nothing_is_downloaded_and_the_refusal_says_what_he
     assert "pip install 'headrace[export]'" in refused.stderr
     assert f"packages that {sys.executable} does not have (torch" in refused.stderr
     assert hub.fetched("o/m") == ["config.json"]
+
+
+@pytest.fixture
+def same_modules() -> Iterator[None]:
+    """What the exporter hides is found again after the test."""
+    before = dict(sys.modules)
+    yield
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("same_modules")
+def test_a_package_that_does_not_work_is_told_from_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does with a torchvision of another build: it says that a module of its own is missing."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    within = "try:\n    raise RuntimeError('operator nms does not exist')\nexcept RuntimeError as error:\n"
+    (tmp_path / "unfit_package.py").write_text(f"{within}    raise ModuleNotFoundError('requirements?') from error\n")
+    monkeypatch.setattr(exporter_file, "_PACKAGES", ("absent_package", "absent_package.part"))
+    assert exporter_file.missing_packages() == ["absent_package", "absent_package"]
+    monkeypatch.setattr(exporter_file, "_PACKAGES", ("absent_package", "unfit_package"))
+    with pytest.raises(exporter_file.ExportError, match="cannot import unfit_package: operator nms does not exist"):
+        exporter_file.missing_packages()
+
+
+@pytest.mark.usefixtures("same_modules")
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [("", True), ("raise RuntimeError('operator nms does not exist')", False), ("import absent_package", False)],
+)
+def test_a_torchvision_that_does_not_work_is_not_found(
+    text: str, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchvision.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(exporter_file, "_PACKAGES", ())
+    assert exporter_file.missing_packages() == []
+    assert (importlib.util.find_spec("torchvision") is not None) is is_found
 
 
 @pytest.mark.parametrize(
