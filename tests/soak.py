@@ -69,6 +69,12 @@ SOAKS = {
         ("tests/infra/test_containers.py", "tests/infra/test_compose.py"),
         ("-n", "0"),
     ),
+    "packages": Soak(
+        "the wheel with each extra, installed into an empty environment, does what the extra is for; a gigabyte is "
+        "downloaded",
+        ("tests/e2e/test_installed.py",),
+        ("-n", "0"),
+    ),
     "rolling-update": Soak(
         "an upgrade of the chart on a real API server replaces four workers, two routers and two gateways under load; "
         "a machine is drained; and models without workers get them with the first request",

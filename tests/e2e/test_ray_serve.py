@@ -11,20 +11,17 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from tests.e2e.ray_cluster import RayProcesses
-from tests.e2e.serving import BOUND_S, HTTP, MODEL, headrace, pulled_model
+from tests.e2e.ray_head import LONG_S, SLOW_PROXIES, Head, running_head
+from tests.e2e.serving import HTTP, MODEL, pulled_model
 from tests.e2e.small_model import small_model
 from tests.patience import patience, until
 from tests.ports import free_port
@@ -38,110 +35,13 @@ pytestmark = [
 FILES = Path(__file__).parents[2] / "deploy" / "ray"
 # Of a model without workers, until the last one is stopped.
 DOWN_DELAY_S = 5.0
-_LONG_S = 6 * BOUND_S
-# Not in the files, because it is a matter of the machine. On a crowded one Serve would end its proxies, which have not
-# started within three times 5 s.
-_OF_MACHINE = {
-    "HEADRACE_WORKER_KV_CACHE_GB": "0.3",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
-}
-# What Serve's commands say if the proxies have not started within 60 s, which no setting changes. They start later.
-_SLOW_PROXIES = "roxies not available after"
-# And `ray start`, if the raylet has not started within 30 s, which no setting changes either.
-_SLOW_RAYLET = "timed out during startup"
-_STARTS = 5
-
-
-def _command(name: str) -> str:
-    """A command of Ray, beside this interpreter."""
-    return str(Path(sys.executable).with_name(name))
-
-
-class Head(RayProcesses):
-    """`ray start --head` as the guide has it, but for the ports."""
-
-    def __init__(self, directory: Path) -> None:
-        port, dashboard = free_port(), free_port()
-        self.address = f"127.0.0.1:{port}"
-        self.dashboard = f"http://127.0.0.1:{dashboard}"
-        offered = headrace("ray", "resources")
-        assert offered.returncode == 0, offered.stderr
-        others = (
-            "ray-client-server-port",
-            "metrics-export-port",
-            "dashboard-agent-listen-port",
-            "dashboard-agent-grpc-port",
-            "runtime-env-agent-port",
-        )
-        self._applications = f"{self.dashboard}/api/serve/applications/"
-        flags = [f"--resources={offered.stdout.strip()}", "--node-ip-address=127.0.0.1", f"--port={port}"]
-        flags += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-        flags += [f"--{name}={free_port()}" for name in others]
-        super().__init__(directory, _OF_MACHINE, [_command("ray"), "start", "--head", "--block", *flags])
-
-    def serve(self, *args: str) -> str:
-        """Run `serve ARGS` against the dashboard, and return its output. Runs it again while Serve's proxies start."""
-        end_s = time.monotonic() + patience(_LONG_S)
-        while True:
-            done = subprocess.run(
-                [_command("serve"), *args, "--address", self.dashboard],
-                env=self.environment,
-                capture_output=True,
-                text=True,
-                timeout=patience(_LONG_S),
-                check=False,
-            )
-            said = done.stdout + done.stderr
-            if done.returncode == 0:
-                return done.stdout
-            assert _SLOW_PROXIES in said, said + self.logs()
-            assert time.monotonic() < end_s, said + self.logs()
-
-    def was_slow(self) -> bool:
-        """Whether it has ended because its raylet did not start in time."""
-        return self._process.poll() is not None and _SLOW_RAYLET in self.log.read_text()
-
-    def is_up(self) -> bool:
-        """Whether `serve` can talk to it."""
-        assert self._process.poll() is None, self.log.read_text()
-        try:
-            return HTTP.get(self._applications).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def is_running(self) -> bool:
-        """Whether the application runs: what `serve status` asks, without the seconds that each run of it takes."""
-        answer = HTTP.get(self._applications)
-        if answer.status_code != 200:
-            return False
-        state: str = answer.json()["applications"].get("headrace", {}).get("status", "")
-        assert state not in ("DEPLOY_FAILED", "UNHEALTHY"), self.logs()
-        return state == "RUNNING"
-
-
-@contextmanager
-def started_head() -> Iterator[Head | None]:
-    """A head that answers; None if it was too slow for Ray."""
-    with tempfile.TemporaryDirectory(prefix="hr-", dir="/tmp", ignore_cleanup_errors=True) as made:
-        running = Head(Path(made))
-        try:
-            until(lambda: running.was_slow() or running.is_up(), "the head's dashboard answers", _LONG_S)
-            yield None if running.was_slow() else running
-        finally:
-            print(running.logs())
-            running.end()
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
     pulled_model()
-    for _ in range(_STARTS):
-        with started_head() as running:
-            if running is not None:
-                yield running
-                return
-    pytest.fail(f"none of {_STARTS} heads has started in the time that Ray gives them")
+    with running_head() as running:
+        yield running
 
 
 def copied(name: str, directory: Path, of_model: Mapping[str, Any] | None = None) -> tuple[Path, str]:
@@ -161,7 +61,7 @@ def copied(name: str, directory: Path, of_model: Mapping[str, Any] | None = None
 def answer(url: str) -> str:
     """The text of a chat's answer through Serve's proxy."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
-    response = HTTP.post(f"{url}/v1/chat/completions", json=body, timeout=patience(_LONG_S))
+    response = HTTP.post(f"{url}/v1/chat/completions", json=body, timeout=patience(LONG_S))
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["message"]["content"]
     return text
@@ -175,19 +75,19 @@ def serve_run(head: Head, path: Path) -> Iterator[None]:
     try:
         while not _runs(head, process):
             said = _said(head)
-            assert _SLOW_PROXIES in said, said
+            assert SLOW_PROXIES in said, said
             process = _start_serve_run(head, path)
         yield
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.wait(patience(_LONG_S))
+            process.wait(patience(LONG_S))
 
 
 def _start_serve_run(head: Head, path: Path) -> subprocess.Popen[bytes]:
     with (head.log.parent / "serve-run.log").open("wb") as log:
         return subprocess.Popen(
-            [_command("serve"), "run", str(path), "--address", head.address],
+            [head.program("serve"), "run", str(path), "--address", head.address],
             env=head.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -197,7 +97,7 @@ def _start_serve_run(head: Head, path: Path) -> subprocess.Popen[bytes]:
 
 def _runs(head: Head, process: subprocess.Popen[bytes]) -> bool:
     """Wait until the application runs, or its command has ended. Whether it runs."""
-    until(lambda: process.poll() is not None or head.is_running(), "the application runs", _LONG_S)
+    until(lambda: process.poll() is not None or head.is_running(), "the application runs", LONG_S)
     return process.poll() is None
 
 
@@ -215,21 +115,21 @@ def test_serve_deploy_runs_the_sample_file(head: Head, tmp_path: Path) -> None:
     path, url = copied("serve.yaml", tmp_path)
     began_s = time.monotonic()
     head.serve("deploy", str(path))
-    until(head.is_running, "the application runs", _LONG_S)
+    until(head.is_running, "the application runs", LONG_S)
     assert answer(url)
     print(f"serve deploy to the first answer: {time.monotonic() - began_s:.0f} s")
     assert yaml.safe_load(head.serve("status"))["applications"]["headrace"]["status"] == "RUNNING"
     assert len(head.processes("gateway")) == len(head.processes("router")) == 2
     assert len(head.processes("worker")) == 1
     head.serve("shutdown", "--yes")
-    until(lambda: ended(head), "all processes end", _LONG_S)
+    until(lambda: ended(head), "all processes end", LONG_S)
 
 
 def test_serve_run_runs_the_sample_of_ray_serve_llm_until_it_is_interrupted(head: Head, tmp_path: Path) -> None:
     path, url = copied("llm-config.yaml", tmp_path)
     with serve_run(head, path):
         assert answer(url)
-    until(lambda: ended(head), "all processes end", _LONG_S)
+    until(lambda: ended(head), "all processes end", LONG_S)
 
 
 def test_the_last_worker_stops_and_the_first_one_starts_for_a_request_that_waits(head: Head, tmp_path: Path) -> None:
@@ -239,7 +139,7 @@ def test_the_last_worker_stops_and_the_first_one_starts_for_a_request_that_waits
     model = {"model": str(small_model()), "name": MODEL, "flags": flags, **bounds}
     path, url = copied("serve.yaml", tmp_path, model)
     head.serve("deploy", str(path))
-    until(head.is_running, "the application runs without a worker", _LONG_S)
+    until(head.is_running, "the application runs without a worker", LONG_S)
     texts = []
     for _ in range(2):
         assert head.processes("worker") == []
@@ -247,7 +147,7 @@ def test_the_last_worker_stops_and_the_first_one_starts_for_a_request_that_waits
         texts.append(answer(url))
         print(f"the first request after a pause: {time.monotonic() - began_s:.1f} s")
         assert len(head.processes("worker")) == 1
-        until(lambda: head.processes("worker") == [], "the worker stops", _LONG_S)
+        until(lambda: head.processes("worker") == [], "the worker stops", LONG_S)
     assert texts[0] == texts[1] != ""
     head.serve("shutdown", "--yes")
-    until(lambda: ended(head), "all processes end", _LONG_S)
+    until(lambda: ended(head), "all processes end", LONG_S)
