@@ -27,6 +27,6 @@ ENV PATH=/opt/headrace/bin:$PATH \
 USER 10001:10001
 # What a container is asked depends on what it runs: set the variable to HOST:PORT for a router or worker.
 ENV HEADRACE_HEALTH_TARGET=http://127.0.0.1:8000
-HEALTHCHECK --interval=5s --timeout=3s --start-period=120s CMD ["sh", "-c", "exec headrace health \"$HEADRACE_HEALTH_TARGET\""]
+HEALTHCHECK --interval=5s --timeout=10s --start-period=120s CMD ["sh", "-c", "exec headrace health \"$HEADRACE_HEALTH_TARGET\""]
 ENTRYPOINT ["headrace"]
 CMD ["--help"]
