@@ -17,6 +17,8 @@ from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 ENTER = shlex.split(os.environ.get("HEADRACE_TEST_ENTER", ""))
+PYTHON_IMAGE = os.environ.get("HEADRACE_PYTHON_IMAGE", "python:3.11-slim-bookworm")
+"""That on which the image `headrace` is built."""
 USER = "10001:10001"
 """That of the image (Dockerfile)."""
 

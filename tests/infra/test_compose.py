@@ -22,7 +22,7 @@ import pytest
 
 from tests.e2e.serving import headrace, until
 from tests.infra import engine
-from tests.infra.engine import ENTER, ROOT
+from tests.infra.engine import ENTER, PYTHON_IMAGE, ROOT
 from tests.patience import patience
 from tests.test_readme import Block, blocks_of
 
@@ -31,7 +31,8 @@ BASE_URL = f"http://127.0.0.1:{PORT}"
 PROJECT = "headrace-test"
 REDIS_IMAGE = os.environ.get("REDIS_IMAGE", "redis:7-alpine")
 NUM_STREAMS, MAX_TOKENS = 6, 160
-MOST_IMAGE_BYTES = 700e6
+# What the image may have beyond the one that it is built on, which has 130 MB as its makers publish it.
+MOST_OWN_BYTES = 550e6
 WORKER_MEMORY_BYTES = 2 << 30
 SETTINGS = {
     "COMPOSE_PROJECT_NAME": PROJECT,
@@ -88,7 +89,7 @@ def other_system(profiles: str, files: str, **settings: str) -> Iterator[Callabl
         docker("compose", "down", "--volumes", **settings)
 
 
-REASON = engine.why_not("headrace", REDIS_IMAGE, compose=True)
+REASON = engine.why_not("headrace", PYTHON_IMAGE, REDIS_IMAGE, compose=True)
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
 
 
@@ -218,9 +219,9 @@ def test_everything_is_healthy() -> None:
         container("kv-memory"): ("running", "healthy", 0),
         **{container(name): ("exited", "", 0) for name in ("pull", "secrets")},
     }
-    (image,) = json.loads(docker("image", "inspect", "headrace"))
-    print(f"the image has {image['Size'] / 1e6:.0f} MB")
-    assert image["Size"] < MOST_IMAGE_BYTES
+    whole, base = (image["Size"] for image in json.loads(docker("image", "inspect", "headrace", PYTHON_IMAGE)))
+    print(f"the image has {whole / 1e6:.0f} MB, {base / 1e6:.0f} of them in the one that it is built on")
+    assert whole - base < MOST_OWN_BYTES
 
 
 @pytest.mark.usefixtures("composed")

@@ -25,12 +25,11 @@ from tests.deploy.distributions import built_sdist, built_wheel
 from tests.deploy.test_image import LOCK, locked
 from tests.e2e.serving import MODEL, until
 from tests.infra import engine
-from tests.infra.engine import ENTER, ROOT, docker
+from tests.infra.engine import ENTER, PYTHON_IMAGE, ROOT, docker
 from tests.patience import patience
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PYTHON_IMAGE = os.environ.get("HEADRACE_PYTHON_IMAGE", "python:3.11-slim-bookworm")
 NAME, VOLUME, PORT = "headrace-test-run", "headrace-test-models", 18010
 READY_BOUND_S = 60.0
 COMPILERS = ("cc", "gcc", "g++", "clang", "tcc", "make", "ld", "rustc", "go")
