@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tests.patience import patience
+from tests.inner_pytest import inner_run
 
-ROOT = Path(__file__).parents[1]
 # Notes which process imports the file.
 FILE = """
 import os
@@ -29,16 +26,7 @@ def test_processes_begin_elsewhere_and_end_with_one_order(tmp_path: Path) -> Non
         (folder / part).mkdir(parents=True)
         for number in range(2):
             (folder / part / f"test_{part}{number}.py").write_text(FILE.format(noted=str(noted)))
-    plugins = ["-p", "tests.collecting", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, "-n", "2", "--rootdir", str(folder), str(folder)],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        check=False,
-    )
+    done = inner_run(folder, tmp_path, ["tests.collecting"], "-n", "2")
     # Processes that have tests in different orders run none.
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 passed" in done.stdout
