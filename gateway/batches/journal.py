@@ -278,12 +278,16 @@ class Journal:
         return self._claimants[name]
 
     async def claim(self, batch: OpenBatch, what: str, progress: Progress, alive: set[str]) -> bool:
-        """Claim a part, the plan or the end for this gateway. Returns whether it is this gateway's now."""
+        """Claim a part, the plan or the end for this gateway. Returns whether it is this gateway's now. `alive` is what
+        this gateway last knew, and learns of those who came since."""
         number, owner = progress.claims.get(what, (-1, ""))
-        if number >= 0 and owner == self._own:
-            return True
-        if number >= 0 and owner in alive:
-            return False
+        if number >= 0:
+            if owner == self._own:
+                return True
+            if owner not in alive:
+                alive |= await self.alive()  # its heartbeat is older than its claim
+            if owner in alive:
+                return False
         name = f"{batch.path}/claims/{what}-{number + 1:06d}"
         if not await self._store.create(name, self._own.encode()):
             return False

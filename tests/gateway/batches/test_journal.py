@@ -60,9 +60,21 @@ async def test_of_all_who_claim_a_part_one_has_it(store: BatchStore) -> None:
     assert await owner.claim(batch, "000000", await owner.progress(batch), alive)
     other = journals[won.index(False)]
     assert not await other.claim(batch, "000000", await other.progress(batch), alive)
+    await owner.leave()
     left = alive - {f"g{won.index(True)}"}
     assert await other.claim(batch, "000000", await other.progress(batch), left)
     assert not await owner.claim(batch, "000000", await owner.progress(batch), alive)
+
+
+async def test_who_began_after_the_living_were_counted_keeps_its_claims(store: BatchStore) -> None:
+    one, new = Journal(store, "one", LEASE_S), Journal(store, "new", LEASE_S)
+    batch = await created(one, 3)
+    await one.beat()
+    alive = await one.alive()
+    await new.beat()
+    assert await new.claim(batch, "000000", await new.progress(batch), {"new"})
+    assert not await one.claim(batch, "000000", await one.progress(batch), alive)
+    assert alive == {"one", "new"}
 
 
 async def test_who_is_not_heard_of_is_dead(tmp_path: Path) -> None:
