@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from headrace.sim.fitting import Sample, errors_of, fitted
-from headrace.sim.step_cost import StepCost, StepCostPair
+from headrace.sim.step_cost import StepCost, StepCostPair, Values
 from headrace.worker.engine.step_cost import StepShape
 
 DECODE_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -21,7 +23,10 @@ LEAST_STEPS = 30
 """The minimum number of steps of a kind for a fit."""
 _TEST_SHARE = 0.25
 # The slowdown is found in large steps, and around the best of them in small ones.
-_MOST_SLOWDOWN, _LARGE_STEP, _SMALL_STEP = 3.0, 0.2, 0.05
+_MOST_SLOWDOWN, _LARGE_STEP, _SMALL_STEP = 3.0, 0.2, 0.01
+# Steps are about alike if their positions differ by less than this factor, of which as many are added to each as count
+# for little. Fewer steps than `_LEAST_ALIKE` say nothing of each other.
+_ALIKE, _FEW_POSITIONS, _LEAST_ALIKE = 1.1, 64, 4
 MOST_GAP_S = 0.02
 """A worker that begins no step for longer had nothing to do."""
 
@@ -134,7 +139,7 @@ def fit(steps: Sequence[Timed], model: str, machine: str) -> Fit:
     for kind, own in (("with prompts", prompts), ("without prompts", decode)):
         if len(own) < LEAST_STEPS:
             raise ValueError(f"only {len(own)} steps {kind} were computed, and a fit needs {LEAST_STEPS}")
-    slowdown = _slowdown(decode)
+    slowdown = _slowdown(steps)
     pair = StepCostPair(
         _of_kind(prompts, PROMPT_KNOTS, slowdown, model, machine),
         _of_kind(decode, DECODE_KNOTS, slowdown, model, machine),
@@ -142,19 +147,40 @@ def fit(steps: Sequence[Timed], model: str, machine: str) -> Fit:
     return Fit(pair, slowdown, len(steps))
 
 
-def _slowdown(decode: Sequence[Timed]) -> float:
-    """The slowdown by other workers with which the costs fit best; 0 if no other worker computed."""
-    if not any(step.others > 0.05 for step in decode):
-        return 0.0
+def _slowdown(steps: Sequence[Timed]) -> float:
+    """The slowdown by other workers with which steps that are about alike take about the same time; 0 if no other
+    worker computed. A fit would not tell it: large batches hardly ever compute alone, and it would take what they cost
+    for what other workers cost."""
+    groups: dict[tuple[int, ...], list[Timed]] = {}
+    for step in steps:
+        groups.setdefault(_about(step.shape), []).append(step)
+    alike = [
+        (np.array([step.ms for step in group]), np.array([step.others for step in group]))
+        for group in groups.values()
+        if len(group) >= _LEAST_ALIKE
+    ]
 
     def error(slowdown: float) -> float:
-        samples = _alone(decode, slowdown)
-        return statistics.fmean(errors_of(fitted(samples, _knots(samples, DECODE_KNOTS)), samples))
+        return sum(_deviation(ms / (1.0 + slowdown * others)) for ms, others in alike)
 
     first = min((number * _LARGE_STEP for number in range(round(_MOST_SLOWDOWN / _LARGE_STEP) + 1)), key=error)
     around = round(_LARGE_STEP / _SMALL_STEP)
     near = (round(first + number * _SMALL_STEP, 2) for number in range(1 - around, around))
     return min((slowdown for slowdown in near if slowdown >= 0), key=error)
+
+
+def _about(shape: StepShape) -> tuple[int, ...]:
+    """The same for shapes that are about alike."""
+    positions = (
+        round(math.log(count + _FEW_POSITIONS, _ALIKE))
+        for count in (shape.attended, shape.reread, shape.context, shape.shared)
+    )
+    return (shape.tokens, shape.prompt_tokens, shape.sequences, shape.changed, *positions)
+
+
+def _deviation(values: Values) -> float:
+    """The sum of relative deviations from the median."""
+    return float(np.abs(values / np.median(values) - 1.0).sum())
 
 
 def _alone(steps: Sequence[Timed], slowdown: float) -> list[Sample]:

@@ -97,6 +97,24 @@ def test_workers_that_compute_at_the_same_time_show_how_they_slow_each_other_dow
     assert fit.slowdown == pytest.approx(0.5, abs=0.1)
 
 
+def test_what_large_batches_cost_is_not_taken_for_what_other_workers_cost() -> None:
+    rng = random.Random(5)
+    steps: list[step_logs.Timed] = []
+    for batch in (1, 1, 1, 4, 8, 16, 32):
+        others = 1.0 if batch > 1 else 0.0
+        for _ in range(100):
+            shape = StepShape.of([(rng.randrange(500, 520), 1)] * batch)
+            kv_ms = 0.002 * shape.context * (1.0 if batch == 1 else 1.3)  # which no fit of a line can see
+            steps.append(step_logs.Timed(shape, (10.0 + batch + kv_ms) * (1.0 + 0.05 * others), others))
+    for others in (0.0, 1.0):
+        for _ in range(40):
+            shape = StepShape.of([(rng.randrange(500, 520), 1)] * 2)
+            steps.append(step_logs.Timed(shape, (12.0 + 0.002 * shape.context) * (1.0 + 0.05 * others), others))
+            shape = StepShape.of([(rng.randrange(0, 16), 128)])
+            steps.append(step_logs.Timed(shape, 60.0 * (1.0 + 0.05 * others), others))
+    assert step_logs.fit(steps, "a model", "a host").slowdown == pytest.approx(0.05, abs=0.011)
+
+
 def test_the_first_step_of_a_size_and_those_before_the_load_do_not_count() -> None:
     steps = logged("a", random.Random(1), 5.0, 200)
     assert len(step_logs.timed(steps, 0.0)) == 200 - len({step.tokens for step in steps})
