@@ -216,9 +216,9 @@ _SECTIONS = {
 )
 @click.option(
     "--peer-gbit-per-s",
-    type=FiniteRange(0),
-    default=0.0,
-    help="Speed at which workers fetch cached prefixes from each other, in Gbit a second; 0: never.",
+    type=FiniteRange(0, min_open=True),
+    default=4.0,
+    help="Speed at which workers fetch cached prefixes from each other, in Gbit a second.",
 )
 @click.option(
     "--max-num-seqs",

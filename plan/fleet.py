@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.bench.calibration import Calibration
+from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S
 from headrace.sim.simulation import FleetSettings
 from headrace.sim.tiers import TierSettings
 from headrace.sim.windows import WindowBudget, divided
@@ -32,13 +33,13 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of each worker for blocks: GiB of KV cache (None: as in the calibration), GiB of its host's disk (0:
-    no disk) with its reading speed in bytes per second, and the speed of fetches from other workers in bytes per second
-    (0: no fetches)."""
+    no disk) with its reading speed in bytes per second, and the speed of fetches from other workers in bytes per second,
+    which is what routers assume before they know better."""
 
     kv_gb: float | None = None
     disk_gb: float = 0.0
     disk_bytes_per_s: float = 1.5e9
-    peer_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = DEFAULT_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)

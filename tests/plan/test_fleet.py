@@ -9,6 +9,7 @@ from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
 from headrace.plan.search import Search
 from headrace.plan.start import kv_gb_of
+from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S
 from tests.plan.calibrations import calibration
 
 
@@ -31,6 +32,11 @@ def test_a_disk_belongs_to_the_workers_of_its_host() -> None:
     assert both.settings(1).worker.tiers.is_disk_shared
     several = both.with_hosts(3).settings(1).worker.tiers
     assert (several.disk_tokens, several.is_disk_shared) == (int(2 * GIB / 12_960), False)
+
+
+def test_workers_fetch_prefixes_from_each_other_as_fast_as_routers_assume() -> None:
+    tiers = fleet(workers=2).settings(1).worker.tiers
+    assert tiers.peer_rate == DEFAULT_BYTES_PER_S / 12_960.0
 
 
 def test_with_windows_the_same_memory_holds_more_tokens() -> None:
