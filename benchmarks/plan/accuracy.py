@@ -61,6 +61,7 @@ KV_GB = 0.6
 # or neither is. Then the interval is halved so often: to 4 %.
 _LOW, _HIGH, _SPREAD, _HALVINGS = 0.8, 1.25, 1.4, 3
 _MOST_RATES = 10
+_OTHER_SEED = 10_000
 
 
 class Workload(NamedTuple):
@@ -121,7 +122,8 @@ class Row(msgspec.Struct):
     predicted: Figures
     measured: Figures
     num_requests: int
-    rounds: int
+    rounds: list[Figures]
+    """What was measured in each round."""
     steps: list[StepKind]
     cores: Cores
 
@@ -197,7 +199,8 @@ class Side:
         plan = self.plan(seed)
         count = max(20, round(per_s * seconds))
         conversations = (await bench.draw(plan, count)).conversations
-        await bench.warm_up(plan, conversations)
+        # Not with a prompt of the run, which the simulator would not find in a cache.
+        await bench.warm_up(plan, (await bench.draw(self.plan(seed + _OTHER_SEED), count)).conversations)
         starts = Arrivals(rate=per_s * len(conversations) / count)
         self._front_s, self._workers_s = self._cpu_s()
         return await bench.run(plan, conversations, starts, ""), conversations
@@ -299,7 +302,7 @@ class Comparison:
             comparison.figures(simulated, self._limits_ms),
             comparison.figures(found, self._limits_ms),
             sum(len(one.samples) for one in found),
-            self._args.rounds,
+            [comparison.figures([one], self._limits_ms) for one in found],
             steps.kinds(runs, calibration),
             steps.cores(runs, calibration),
         )
@@ -354,7 +357,8 @@ def print_knee(knee: Knee) -> None:
 def print_row(row: Row) -> None:
     """Both sides and the errors."""
     refused = f", {row.measured.num_refused} not answered" if row.measured.num_refused else ""
-    print(f"  {row.load:g} of the knee, {row.per_s:.2f}/s, {row.num_requests} requests in {row.rounds} rounds{refused}")
+    num_rounds = len(row.rounds)
+    print(f"  {row.load:g} of the knee, {row.per_s:.2f}/s, {row.num_requests} requests in {num_rounds} rounds{refused}")
     print(f"  {'':18} {'predicted':>10} {'measured':>10} {'error':>8}")
     for title, field, bar in (
         ("goodput, req/s", "goodput", BARS["goodput"]),
@@ -365,7 +369,9 @@ def print_row(row: Row) -> None:
         ("from the cache", "hit_share", None),
     ):
         ours, theirs = getattr(row.predicted, field), getattr(row.measured, field)
-        print(f"  {title:18} {ours:>10.2f} {theirs:>10.2f} {_error(ours, theirs, bar)}")
+        of_rounds = [getattr(one, field) for one in row.rounds]
+        spread = f"   rounds {min(of_rounds):.2f} to {max(of_rounds):.2f}" if num_rounds > 1 else ""
+        print(f"  {title:18} {ours:>10.2f} {theirs:>10.2f} {_error(ours, theirs, bar)}{spread}")
     print("  steps, ms")
     for kind in row.steps:
         error = _error(kind.predicted_ms, kind.measured_ms, None)
