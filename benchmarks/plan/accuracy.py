@@ -413,7 +413,13 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--backend", help="API for all workloads, such as openai for a model without a chat template")
     parser.add_argument("--load", nargs="*", type=float, default=list(LOADS), help="shares of the predicted knee")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of arrivals at each load")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=90.0,
+        help="of arrivals at each load; more on a slow host, where the first requests of documents, which no cache has, "
+        "are else more than a twentieth, and conversations take half of it to become as many as they will be",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of each load, each with other requests")
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=100.0)
