@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.bench.apis import Options, api_of
-from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, Model, this_host
+from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, this_host
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.fleet import Fleet, fleet_of
 from headrace.bench.record import Record
@@ -206,6 +206,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
                     tell(f"the server is ready; it is measured for about {seconds:.0f} s")
                     loader = Loader(client, fleet.model.name, fleet.vocabulary)
                     found = await _measure(loader, serving, fleet, since_s + seconds, tell)
+                    fleet = await fleet_of(client)  # with what its workers have learned
                 finally:
                     client.close()
             steps = step_logs.read(log.read_bytes())
@@ -226,7 +227,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
         serve_flags=resolved(_without(flags, "--workers", "--threads"), workers[0].ranks),
     )
     try:
-        return _made(steps, since_s, found, this_host(), fleet.model, layout, time.perf_counter() - began_s)
+        return _made(steps, since_s, found, this_host(), fleet, layout, time.perf_counter() - began_s)
     except ValueError as error:
         raise CalibrateError(f"{error}; give more --seconds") from None
 
@@ -236,13 +237,13 @@ def _made(
     since_s: float,
     found: Measured,
     host: Host,
-    model: Model,
+    fleet: Fleet,
     layout: Layout,
     seconds: float,
 ) -> Calibration:
     """The calibration. Raises ValueError if there are too few steps."""
     machine = f"{host.cpu}, {layout.workers} x {layout.threads} threads"
-    fit = step_logs.fit(step_logs.timed(steps, since_s), model.name, machine)
+    fit = step_logs.fit(step_logs.timed(steps, since_s), fleet.model.name, machine)
     inward_s, outward_s = loaded_front_s(found.live, steps) or front_s(found.alone, steps)
     return Calibration(
         version=VERSION,
@@ -252,13 +253,14 @@ def _made(
         seconds=round(seconds, 1),
         num_steps=fit.num_steps,
         host=host,
-        model=model,
+        model=fleet.model,
         layout=layout,
         steps=fit.steps,
         slowdown=fit.slowdown,
         front=Front(
             round(inward_s, 6), round(outward_s, 6), round(found.cpu_s_per_request, 6), round(found.cpu_s_per_token, 7)
         ),
+        peer_bytes_per_s=round(fleet.peer_bytes_per_s),
     )
 
 
@@ -510,4 +512,5 @@ def learned_of(fleet: Fleet) -> Calibration:
         steps=step_logs.learned(prompts, decode, host.cpu, fleet.model.name),
         slowdown=0.0,
         front=Front(),
+        peer_bytes_per_s=fleet.peer_bytes_per_s,
     )

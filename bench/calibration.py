@@ -128,6 +128,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slowdown: float
     """Each other busy worker of the host makes a step longer by this share of its time."""
     front: Front
+    peer_bytes_per_s: float = 0.0
+    """The speed at which workers have fetched cached prefixes from each other; 0 if they have not."""
 
     @property
     def kv_bytes(self) -> float:

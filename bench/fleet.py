@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ class _Load(msgspec.Struct):
     num_blocks: int
     num_window_slots: int
     max_num_seqs: int
+    transfer_bytes_per_s: float = 0.0
     step_costs: dict[str, LearnedCost] = {}
     counters: dict[str, int] = {}
 
@@ -81,7 +83,8 @@ class RecentLoad(NamedTuple):
 
 class Fleet(NamedTuple):
     """A fleet of one model. `kv_tokens`, `max_num_seqs` and `window_slots` are those of its smallest worker; the costs
-    are those of the worker that has learned from the most steps, None while none has."""
+    are those of the worker that has learned from the most steps, None while none has. `peer_bytes_per_s` is the median
+    of the speeds at which workers have fetched cached prefixes from each other, 0 if none has."""
 
     model: Model
     vocabulary: int
@@ -90,6 +93,7 @@ class Fleet(NamedTuple):
     kv_tokens: int
     max_num_seqs: int
     window_slots: int
+    peer_bytes_per_s: float
     prompts: LearnedCost | None
     decode: LearnedCost | None
     load: RecentLoad | None
@@ -137,6 +141,7 @@ def fleet_in(body: Any, model: str | None) -> Fleet:
         raise ExchangeError("workers", f"no worker of {card.id} is ready")
     loads = [load for _, load in workers]
     both = [load.step_costs for load in loads if {"prompt", "decode"} <= load.step_costs.keys()]
+    speeds = [load.transfer_bytes_per_s for load in loads if load.transfer_bytes_per_s]
     best = max(both, key=lambda costs: costs["decode"].num_steps, default=None)
     return Fleet(
         model=Model(
@@ -155,6 +160,7 @@ def fleet_in(body: Any, model: str | None) -> Fleet:
         kv_tokens=min(load.num_blocks for load in loads) * card.block_size,
         max_num_seqs=min(load.max_num_seqs for load in loads),
         window_slots=min(load.num_window_slots for load in loads),
+        peer_bytes_per_s=statistics.median(speeds) if speeds else 0.0,
         prompts=None if best is None else best["prompt"],
         decode=None if best is None else best["decode"],
         load=_load_of(found.recent),

@@ -217,8 +217,8 @@ _SECTIONS = {
 @click.option(
     "--peer-gbit-per-s",
     type=FiniteRange(0, min_open=True),
-    default=4.0,
-    help="Speed at which workers fetch cached prefixes from each other, in Gbit a second.",
+    help="Speed at which workers fetch cached prefixes from each other, in Gbit a second.  [default: that of the "
+    "calibration, or 4]",
 )
 @click.option(
     "--max-num-seqs",
@@ -459,8 +459,12 @@ def planned(
     from headrace.plan.planning import Options, plan
     from headrace.plan.search import DoesNotFitError
 
+    gbit_per_s = flags["peer_gbit_per_s"]
     memory = Memory(
-        flags["kv_cache_gb"], flags["kv_disk_gb"], 1e9 * flags["disk_gb_per_s"], 1e9 / 8 * flags["peer_gbit_per_s"]
+        flags["kv_cache_gb"],
+        flags["kv_disk_gb"],
+        1e9 * flags["disk_gb_per_s"],
+        None if gbit_per_s is None else 1e9 / 8 * gbit_per_s,
     )
     usual = round(min(max(_RUN_S * load.offered_per_s, _LEAST_REQUESTS), _MOST_REQUESTS))
     options = Options(

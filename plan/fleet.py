@@ -33,13 +33,13 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of each worker for blocks: GiB of KV cache (None: as in the calibration), GiB of its host's disk (0:
-    no disk) with its reading speed in bytes per second, and the speed of fetches from other workers in bytes per second,
-    which is what routers assume before they know better."""
+    no disk) with its reading speed in bytes per second, and the speed of fetches from other workers in bytes per second
+    (None: that of the calibration, or what routers assume of workers that have not fetched yet)."""
 
     kv_gb: float | None = None
     disk_gb: float = 0.0
     disk_bytes_per_s: float = 1.5e9
-    peer_bytes_per_s: float = DEFAULT_BYTES_PER_S
+    peer_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Fleet:
         tiers = TierSettings(
             disk_tokens=int(of_disk if is_shared else of_disk / layout.workers),
             disk_rate=memory.disk_bytes_per_s / token_bytes,
-            peer_rate=memory.peer_bytes_per_s / token_bytes,
+            peer_rate=(memory.peer_bytes_per_s or found.peer_bytes_per_s or DEFAULT_BYTES_PER_S) / token_bytes,
             is_disk_shared=is_shared,
         )
         num_blocks, window = self.blocks()

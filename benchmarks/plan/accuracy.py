@@ -417,8 +417,8 @@ def main() -> None:
         "--seconds",
         type=float,
         default=90.0,
-        help="of arrivals at each load; more on a slow host, where the first requests of documents, which no cache has, "
-        "are else more than a twentieth, and conversations take half of it to become as many as they will be",
+        help="of arrivals at each load; more on a slow host, where the first requests of documents, which no cache has,"
+        " are else more than a twentieth, and conversations take half of it to become as many as they will be",
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each load, each with other requests")
     parser.add_argument("--ttft-ms", type=float, default=2000.0)

@@ -337,6 +337,7 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_ms": load.decode_step_ms,
         "max_num_seqs": load.max_num_seqs,
+        "transfer_bytes_per_s": load.transfer_bytes_per_s,
         "step_costs": {
             name: {one.name: getattr(getattr(load, f"{name}_steps"), one.name) for one in StepCost.DESCRIPTOR.fields}
             for name in ("prompt", "decode")

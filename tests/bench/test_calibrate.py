@@ -177,9 +177,12 @@ def test_siblings_count_as_one_core(tmp_path: Path) -> None:
 
 
 def test_a_running_fleet_tells_what_its_workers_have_learned() -> None:
-    found = fleet_in(fleet(worker(), worker("w1", num_blocks=80), worker("w2", "b")), None)
-    assert (found.num_workers, found.num_hosts, found.kv_tokens, found.max_num_seqs) == (3, 2, 80 * 32, 64)
+    fast, slow = (worker(name, transfer_bytes_per_s=speed) for name, speed in (("w1", 3e8), ("w3", 1e8)))
+    found = fleet_in(fleet(worker("w0"), fast, worker("w2", "b", num_blocks=80), slow), None)
+    assert (found.num_workers, found.num_hosts, found.kv_tokens, found.max_num_seqs) == (4, 2, 80 * 32, 64)
     made = learned_of(found)
+    assert made.peer_bytes_per_s == 2e8
+    assert learned_of(fleet_in(fleet(worker()), None)).peer_bytes_per_s == 0
     assert made.source == "learned"
     assert made.layout.workers == 2
     assert made.model.kv_token_bytes == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.plan.fleet import GIB, Fleet, Kind, Memory
@@ -34,9 +35,13 @@ def test_a_disk_belongs_to_the_workers_of_its_host() -> None:
     assert (several.disk_tokens, several.is_disk_shared) == (int(2 * GIB / 12_960), False)
 
 
-def test_workers_fetch_prefixes_from_each_other_as_fast_as_routers_assume() -> None:
-    tiers = fleet(workers=2).settings(1).worker.tiers
-    assert tiers.peer_rate == DEFAULT_BYTES_PER_S / 12_960.0
+def test_workers_fetch_prefixes_from_each_other_as_fast_as_they_did_or_as_routers_assume() -> None:
+    unknown = fleet(workers=2)
+    assert unknown.settings(1).worker.tiers.peer_rate == DEFAULT_BYTES_PER_S / 12_960.0
+    measured = msgspec.structs.replace(unknown.kind.calibration, peer_bytes_per_s=12_960_000.0)
+    assert Fleet(Kind("small", measured), 1).settings(1).worker.tiers.peer_rate == 1000
+    given = Memory(peer_bytes_per_s=25_920_000.0)
+    assert Fleet(Kind("small", measured), 1, given).settings(1).worker.tiers.peer_rate == 2000
 
 
 def test_with_windows_the_same_memory_holds_more_tokens() -> None:

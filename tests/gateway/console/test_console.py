@@ -192,6 +192,7 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     ready = WorkerInfo()
     ready.CopyFrom(WORKER)
     ready.load.counters.CopyFrom(Counters(tokens_generated=7))
+    ready.load.transfer_bytes_per_s = 3e8
     shown = ready.load.stages.add(address="b:1", first_layer=2, num_layers=1, compute_seconds=3, wait_seconds=1)
     shown.ranks.add(cpus="0-3", step_seconds=2, wait_seconds=1)
     router_of.workers = [ready, suspect]
@@ -203,6 +204,7 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     first, second = body["workers"]
     assert (first["host"], first["numa_node"], first["state"]) == ("10.0.0.7", 1, "ready")
     assert first["load"]["counters"]["tokens_generated"] == 7
+    assert first["load"]["transfer_bytes_per_s"] == 3e8
     stage = {"address": "b:1", "first_layer": 2, "num_layers": 1, "compute_seconds": 3.0, "wait_seconds": 1.0}
     rank = {"numa_node": None, "cpus": "0-3", "step_seconds": 2.0, "wait_seconds": 1.0}
     assert first["load"]["stages"] == [{**stage, "ranks": [rank]}]
