@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.bench.calibration import Calibration
-from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S
 from headrace.sim.simulation import FleetSettings
-from headrace.sim.tiers import TierSettings
+from headrace.sim.tiers import ASSUMED_PEER_BYTES_PER_S, TierSettings
 from headrace.sim.windows import WindowBudget, divided
 from headrace.sim.worker import WorkerSettings
 
@@ -102,7 +101,7 @@ class Fleet:
         tiers = TierSettings(
             disk_tokens=int(of_disk if is_shared else of_disk / layout.workers),
             disk_rate=memory.disk_bytes_per_s / token_bytes,
-            peer_rate=(memory.peer_bytes_per_s or found.peer_bytes_per_s or DEFAULT_BYTES_PER_S) / token_bytes,
+            peer_rate=(memory.peer_bytes_per_s or found.peer_bytes_per_s or ASSUMED_PEER_BYTES_PER_S) / token_bytes,
             is_disk_shared=is_shared,
         )
         num_blocks, window = self.blocks()

@@ -12,10 +12,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.chain import Content
 from headrace.worker.kv.fetch import Fetch
 
+ASSUMED_PEER_BYTES_PER_S = DEFAULT_BYTES_PER_S
+"""Bytes per second at which workers fetch from others, as routers assume until they have."""
 # As at the workers: the maximum of evicted blocks that wait for the disk, and the share of time for writes.
 _MAX_QUEUED = 256
 _WRITE_SHARE = 0.5

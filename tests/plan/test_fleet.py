@@ -10,7 +10,7 @@ from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
 from headrace.plan.search import Search
 from headrace.plan.start import kv_gb_of
-from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S
+from headrace.sim.tiers import ASSUMED_PEER_BYTES_PER_S
 from tests.plan.calibrations import calibration
 
 
@@ -37,7 +37,7 @@ def test_a_disk_belongs_to_the_workers_of_its_host() -> None:
 
 def test_workers_fetch_prefixes_from_each_other_as_fast_as_they_did_or_as_routers_assume() -> None:
     unknown = fleet(workers=2)
-    assert unknown.settings(1).worker.tiers.peer_rate == DEFAULT_BYTES_PER_S / 12_960.0
+    assert unknown.settings(1).worker.tiers.peer_rate == ASSUMED_PEER_BYTES_PER_S / 12_960.0
     measured = msgspec.structs.replace(unknown.kind.calibration, peer_bytes_per_s=12_960_000.0)
     assert Fleet(Kind("small", measured), 1).settings(1).worker.tiers.peer_rate == 1000
     given = Memory(peer_bytes_per_s=25_920_000.0)
