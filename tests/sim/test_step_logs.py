@@ -98,20 +98,24 @@ def test_workers_that_compute_at_the_same_time_show_how_they_slow_each_other_dow
 
 
 def test_what_large_batches_cost_is_not_taken_for_what_other_workers_cost() -> None:
+    """They read positions at a higher cost, which no fit sees, and never compute alone."""
     rng = random.Random(5)
     steps: list[step_logs.Timed] = []
-    for batch in (1, 1, 1, 4, 8, 16, 32):
-        others = 1.0 if batch > 1 else 0.0
-        for _ in range(100):
-            shape = StepShape.of([(rng.randrange(500, 520), 1)] * batch)
-            kv_ms = 0.002 * shape.context * (1.0 if batch == 1 else 1.3)  # which no fit of a line can see
-            steps.append(step_logs.Timed(shape, (10.0 + batch + kv_ms) * (1.0 + 0.05 * others), others))
-    for others in (0.0, 1.0):
-        for _ in range(40):
-            shape = StepShape.of([(rng.randrange(500, 520), 1)] * 2)
-            steps.append(step_logs.Timed(shape, (12.0 + 0.002 * shape.context) * (1.0 + 0.05 * others), others))
+
+    def add(batch: int, others: float) -> None:
+        for context in (64, 512, 1024):
+            shape = StepShape.of([(rng.randrange(context, context + 20), 1)] * batch)
+            read_ms = (0.004 if batch <= 2 else 0.007) * shape.context
+            steps.append(step_logs.Timed(shape, (20.0 + batch + read_ms) * (1.0 + 0.05 * others), others))
+
+    for _ in range(40):
+        for others in (0.0, 1.0):
+            for batch in (1, 2):
+                add(batch, others)
             shape = StepShape.of([(rng.randrange(0, 16), 128)])
             steps.append(step_logs.Timed(shape, 60.0 * (1.0 + 0.05 * others), others))
+        for batch in (4, 8, 16, 32):
+            add(batch, 1.0)
     assert step_logs.fit(steps, "a model", "a host").slowdown == pytest.approx(0.05, abs=0.011)
 
 
